@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 
-.PHONY: help book test notebooks serve lab lint lock audit clean environment
+.PHONY: help book test notebooks serve lab lint lock bench audit clean environment
 
 help:
 	@echo "make book               build the book: _build/html/index.html"
@@ -15,6 +15,7 @@ help:
 	@echo "make lab                open the book in JupyterLab"
 	@echo "make lint               check the style of the code, chapters included"
 	@echo "make lock               renew constraints.txt"
+	@echo "make bench              time the package against what one would use instead"
 	@echo "make audit              the checks too long for make test"
 	@echo "make clean              remove what was built (.venv stays)"
 
@@ -41,6 +42,9 @@ lint: environment
 
 lock:
 	@$(PYTHON) tools/lock.py
+
+bench: environment
+	@cd benchmarks && ../$(VENV) -m pytest -q --benchmark-json=../_bench.json
 
 audit: environment
 	@echo "make audit: no long checks yet"

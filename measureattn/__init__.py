@@ -4,6 +4,8 @@ Start with `measureattn.measures.base.Measure`, the log-MGF and what follows fro
 `measureattn.attention.attend`, which is its gradient read through V.
 """
 
+import importlib
+
 from measureattn.attention import (
     attend,
     attend_jvp,
@@ -25,6 +27,16 @@ from measureattn.measures import (
 
 __version__ = "0.1.0"
 
+_MODULES = ("concentration", "extremes")
+
+
+def __getattr__(name: str):
+    """The larger modules are loaded when they are first asked for: scipy.stats takes a second."""
+    if name in _MODULES:
+        return importlib.import_module(f"measureattn.{name}")
+    raise AttributeError(f"module 'measureattn' has no attribute {name!r}")
+
+
 __all__ = [
     "Discrete",
     "Empirical",
@@ -38,6 +50,8 @@ __all__ = [
     "attend",
     "attend_jvp",
     "attend_vjp",
+    "concentration",
+    "extremes",
     "first_order_attend",
     "linear_attend",
 ]

@@ -14,6 +14,8 @@ def values_visible(tensor: Tensor) -> bool:
     """Whether a check may look at the numbers of `tensor`."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
+    if tensor.is_meta:  # shapes without numbers
+        return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -33,6 +35,30 @@ def require_tensor(name: str, tensor: object) -> None:
         raise TypeError(
             f"{name} must be float32 or float64, got {tensor.dtype}. "
             f"Convert it first: {name}.to(torch.float64)."
+        )
+
+
+def as_numbers(name: str, numbers: object) -> Tensor:
+    """A number or a list of numbers as a float64 tensor."""
+    try:
+        return torch.tensor(numbers, dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a torch.Tensor, a number or a list of numbers, got {numbers!r}. "
+            f"Convert it first: torch.as_tensor({name}, dtype=torch.float64)."
+        ) from None
+
+
+def require_domain(a: Tensor, inside: Tensor, domain: str) -> None:
+    """Tilts a (..., D) where the log-MGF is finite: `inside` (...) says which, `domain` in words.
+
+    For example `require_domain(a, (a.abs() < 2).all(-1), "|a_j| < 2")`.
+    """
+    if values_visible(inside) and not inside.all():
+        where = tuple((~inside).nonzero()[0].tolist())
+        raise ValueError(
+            f"a must lie where the log-MGF is finite, {domain}; found {a[where].tolist()} at index "
+            f"{where} (shape {tuple(a.shape)}). Shrink U or the query."
         )
 
 

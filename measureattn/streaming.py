@@ -5,6 +5,11 @@ the log-MGFs of its parts. So a prompt of any length can be read chunk by chunk,
 on any number of machines, and the parts merged: that is all this module does. It works on plain
 tensors and knows nothing of measures or attention.
 
+There is a plain way, which every derivative and every transform of torch understands, and a fast
+way: chunks of the prompt go on the heads axis of torch's fused attention kernel, whose
+log-sum-exps merge the chunks in float64. One fused call over a long prompt is slower and, in
+float32, loses the digits that concentration errors live in (chapter 6).
+
     tokens       (*batch, L, D)         L tokens of dimension D
     log_weights  (*batch, L)            not normalised; -inf is padding; None means equal weights
     a            (*query, *batch, D)    the tilts, broadcast against the batch axes of the tokens
@@ -18,8 +23,10 @@ from torch import Tensor
 from measureattn._checks import FLOATS, require_broadcast, values_visible
 from measureattn._typing import Float
 
-CHUNK = 10_000  # longer sums in float32 lose the digits that concentration errors live in
-BUDGET = 2**24  # numbers held at once by one chunk's largest intermediate
+CHUNK = 8192  # longer sums in float32 lose the digits that concentration errors live in
+BUDGET = 2**22  # numbers held at once by one chunk's largest intermediate
+WORTH_IT = 2**16  # scores below which the plain way is as fast
+PADDING = -1e30  # stands in for -inf, which the fused kernel turns into NaN in an empty chunk
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,35 @@ class TiltedSums:
         return cls(a, log_total, mgf, mean, cov)
 
     def update(self, tokens: Tensor, log_weights: Tensor | None = None) -> "TiltedSums":
-        """The state with the tokens (*batch, L, D) added; L may be 0."""
-        length = tokens.shape[-2]
+        """The state with the tokens (*batch, L, D) added; L may be 0.
+
+        Where it pays and is right, through the fused kernel: log_mgf is then exact to rounding of
+        log L rather than of itself. Everywhere else `update_plainly`.
+        """
         shape, batch = self.a.shape[:-1], tokens.shape[:-2]
         if require_broadcast("tokens", batch, "the tilts", shape) != shape:
             raise ValueError(
                 f"the tilts, shape {tuple(self.a.shape)}, must already be broadcast to "
                 f"(*query, *batch, D) for tokens of shape {tuple(tokens.shape)}. Expand them first."
             )
+        if self.cov is None and can_fuse(self.a, tokens):
+            length = tokens.shape[-2]
+            body = length - length % CHUNK
+            state = self
+            for part in (slice(0, body), slice(body, length)):
+                weights = None if log_weights is None else log_weights[..., part]
+                if part.stop > part.start:
+                    state = state.merge(_fused_sums(self.a, tokens[..., part, :], weights))
+            return state
+        return self.update_plainly(tokens, log_weights)
+
+    def update_plainly(self, tokens: Tensor, log_weights: Tensor | None = None) -> "TiltedSums":
+        """`update` without the fused kernel: its twin, and the way to keep log_mgf's relative
+        accuracy near zero."""
         wide = self.a.numel() if self.cov is not None else self.a[..., 0].numel()
-        size = max(64, min(CHUNK, BUDGET // max(1, wide)))
+        size = max(64, min(CHUNK, 4 * BUDGET // max(1, wide)))
         state = self
-        for start in range(0, length, size):
+        for start in range(0, tokens.shape[-2], size):
             part = slice(start, start + size)
             weights = None if log_weights is None else log_weights[..., part]
             chunk = _chunk_sums(self.a, tokens[..., part, :], weights, self.cov is not None)
@@ -184,3 +208,91 @@ def _chunk_sums(a: Tensor, tokens: Tensor, log_weights: Tensor | None, with_cov:
         unfold_queries(x, shape, n_batch) for x in (log_total, log_mgf, mean)
     )
     return TiltedSums(a, log_total, log_mgf, mean, cov)
+
+
+def can_fuse(a: Tensor, tokens: Tensor) -> bool:
+    """Whether the fused kernel can be used here and pays; if not, the plain way is taken."""
+    return (
+        tokens.device.type == "cpu"
+        and values_visible(tokens)
+        and a.dtype == tokens.dtype
+        and a.shape[-1] == tokens.shape[-1]
+        and a.shape[a.ndim - tokens.ndim + 1 : -1] == tokens.shape[:-2]
+        and a[..., 0].numel() * tokens.shape[-2] >= WORTH_IT
+        and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    )
+
+
+def _fused_sums(a: Tensor, tokens: Tensor, log_weights: Tensor | None) -> TiltedSums:
+    """The state of tokens (*batch, L, D), where L is at most CHUNK or a multiple of it."""
+    n_batch = tokens.ndim - 2
+    folded, shape = fold_queries(a, tokens.shape[:-2])
+    if log_weights is None:
+        weights, log_total = None, torch.tensor(float(tokens.shape[-2])).double().log()
+    else:
+        weights = log_weights.expand(tokens.shape[:-1])
+        log_total, _ = normalise(weights.double())
+        log_total, weights = log_total[..., None], weights.clamp(min=PADDING)
+    mean, log_sum = _Fused.apply(folded, tokens, weights)
+    log_total = log_total.to(a.device).expand(log_sum.shape)
+    some = log_sum > PADDING / 2
+    log_mgf = torch.where(some, log_sum - log_total, torch.zeros_like(log_sum))
+    mean = torch.where(some[..., None], mean, torch.zeros_like(mean))
+    parts = (unfold_queries(x, shape, n_batch) for x in (log_total, log_mgf, mean))
+    return TiltedSums(a, *parts, None)
+
+
+class _Fused(torch.autograd.Function):
+    """(tilted mean, log-sum-exp of the scores) in float64, with their closed-form derivative.
+
+    The kernel's own backward pass knows nothing of its log-sum-exp: merging chunks through it
+    would be silently wrong.
+    """
+
+    @staticmethod
+    def forward(ctx, a, tokens, log_weights):
+        ctx.save_for_backward(a, tokens, log_weights)
+        *batch, length, dim = tokens.shape
+        size = min(length, CHUNK)
+        keys = tokens.reshape(-1, length // size, size, dim)
+        queries = a.reshape(len(keys), 1, a.shape[-2], dim).expand(-1, keys.shape[1], -1, -1)
+        bias = None
+        if log_weights is not None:
+            bias = log_weights.reshape(len(keys), -1, 1, size)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        means, log_sums = [], []
+        group = max(1, BUDGET // max(1, queries[:, 0].numel()))
+        for part in (slice(i, i + group) for i in range(0, keys.shape[1], group)):
+            mask = None if bias is None else bias[:, part].expand(-1, -1, a.shape[-2], -1)
+            key = keys[:, part]
+            mean, log_sum = fused(queries[:, part], key, key, attn_mask=mask, scale=1.0)
+            means.append(mean.double())
+            log_sums.append(log_sum.double())
+        log_sum = torch.cat(log_sums, 1)
+        total, shares = _log_sum_exp(log_sum.movedim(1, -1))
+        mean = torch.einsum("bqh,bhqd->bqd", shares, torch.cat(means, 1))
+        return mean.reshape(*batch, -1, dim), total.reshape(*batch, -1)
+
+    @staticmethod
+    def backward(ctx, grad_mean, grad_log_sum):
+        """One more pass over the chunks: p_i is the softmax weight, c_i = g.(x_i - m) + h."""
+        a, tokens, log_weights = ctx.saved_tensors
+        mean, log_sum = _Fused.apply(a, tokens, log_weights)
+        grad_a = torch.zeros_like(mean)
+        token_grads, weight_grads = [], []
+        offset = (grad_mean * mean).sum(-1) - grad_log_sum
+        for start in range(0, tokens.shape[-2], CHUNK):
+            part = slice(start, start + CHUNK)
+            x = tokens[..., part, :].double()
+            scores = a.double() @ x.mT
+            if log_weights is not None:
+                scores = scores + log_weights[..., None, part].double()
+            p = torch.exp(scores - log_sum[..., None])
+            pull = p * (grad_mean @ x.mT - offset[..., None])
+            grad_a = grad_a + pull @ x
+            token_grads.append(p.mT @ grad_mean + pull.mT @ a.double())
+            weight_grads.append(pull.sum(-2))
+        grad_tokens = torch.cat(token_grads, -2).to(tokens.dtype)
+        if log_weights is None:
+            return grad_a.to(a.dtype), grad_tokens, None
+        return grad_a.to(a.dtype), grad_tokens, torch.cat(weight_grads, -1).to(log_weights.dtype)

@@ -11,6 +11,7 @@ the machine precision eps, the tilt |a| and the scale r of the tokens, never num
 In float32 the floor 1e-12 is 16 eps: parameters and query are themselves rounded.
 """
 
+import inspect
 import math
 
 import mpmath
@@ -20,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vmap
 
-from measureattn import Measure
+from measureattn import Empirical, Measure
+from measureattn.streaming import TiltedSums
 
 F32, F64 = torch.float32, torch.float64
 STANDARD_ERRORS = 4.5
@@ -67,21 +69,25 @@ class MeasureCase:
     """What a law without batches inherits."""
 
     dim: int
-    scale: float  # r: the length of a typical large token, at least the spread of the law
+    # r: the length of a typical large token, at least the spread of the law. Coordinates of tilts
+    # go up to 5/r: where kappa is finite in a domain only, r has to keep them inside.
+    scale: float
     variants = ("single",)
     n_sample = 40_000
+    n_queries = 6
 
     def make(self, dtype, device, batched=False, **options) -> Measure:
         raise NotImplementedError
 
     def draw(self, law, n, generator, dtype, device):
         """Tokens of the law; laws that follow the query need to be told the dtype."""
-        return law.sample(n, generator=generator)
+        return law.sample(n, generator=generator, dtype=dtype, device=device)
 
     def queries(self, dtype, device, batched, size=2.0):
         """Six tilts of sizes up to `size` over the scale, (6, D), or (6, 1, D) for a batch."""
-        a = torch.randn(6, self.dim, generator=generator(7), dtype=F64)
-        a = a / a.norm(dim=-1, keepdim=True) * torch.linspace(0.2, 1, 6, dtype=F64)[:, None]
+        n = self.n_queries
+        a = torch.randn(n, self.dim, generator=generator(7), dtype=F64)
+        a = a / a.norm(dim=-1, keepdim=True) * torch.linspace(0.2, 1, n, dtype=F64)[:, None]
         a = (a * size / self.scale).to(device, dtype)
         return a[:, None, :] if batched else a
 
@@ -186,8 +192,10 @@ class MeasureCase:
             start, end = (
                 torch.tensor(x, dtype=F64, device=device) / self.scale for x in (start, end)
             )
-            between = law.log_mgf(t * start + (1 - t) * end)
-            chord = t * law.log_mgf(start) + (1 - t) * law.log_mgf(end)
+            a = torch.stack([start, t * start + (1 - t) * end, end])
+            a = a.reshape(3, *[1] * len(law.batch_shape), self.dim)
+            start_value, between, end_value = law.log_mgf(a)
+            chord = t * start_value + (1 - t) * end_value
             size = torch.maximum(start.norm(), end.norm()) * self.scale
             rounding = 8 * torch.finfo(F64).eps * (1 + size) ** 2
             assert (between <= chord + rounding).all()
@@ -311,6 +319,82 @@ class MeasureCase:
             inside = law.log_mgf(a), law.tilted_mean(a), law.tilted_cov(a)
         assert all(map(torch.equal, inside, expected))
 
+    @pytest.mark.usefixtures("no_shape_hook")  # the compiler shall see what a user runs
+    def test_compiles_in_one_graph(self, device, monkeypatch):
+        batched = "batched" in self.variants  # once a law: compiling costs a second
+        # the compiler cannot follow the tests' shape checks into an object made on the way
+        for name, method in inspect.getmembers(TiltedSums, inspect.isfunction):
+            monkeypatch.setattr(TiltedSums, name, inspect.unwrap(method))
+        law = self.make(F64, device, batched)
+        a = self.queries(F64, device, batched)
+        wide = self.spread(a, law)
+        torch.compiler.reset()
+        log_mgf, mean = (
+            torch.compile(method, backend="eager", fullgraph=True)(a)
+            for method in (law.log_mgf, law.tilted_mean)
+        )
+        assert_close_log_mgf(log_mgf, law.log_mgf(a), wide, self.scale)
+        assert_close(mean, law.tilted_mean(a), wide, self.scale, 1)
+
+    def test_to_converts_and_comes_back(self, device, batched):
+        law = self.make(F64, device, batched)
+        small = law.to(F32)
+        a = self.queries(F32, device, batched)
+        wide, expected = self.spread(a, law), law.tilted_mean(a.double())
+        assert small.batch_shape == law.batch_shape
+        assert repr(small) == repr(law)
+        assert small.tilted_mean(a).dtype == F32
+        assert_close(small.tilted_mean(a), expected, wide, self.scale, 1)
+        back = small.to(F64)
+        assert back.tilted_mean(a.double()).dtype == F64
+        assert_close(back.tilted_mean(a.double()), expected, wide, self.scale, 1)
+        # the law itself has not changed
+        assert torch.equal(law.tilted_mean(a.double()), expected)
+
+    def test_shapes_without_numbers(self, device, batched):
+        law = self.make(F64, device, batched)
+        a = self.queries(F64, device, batched)
+        there, far = law.to("meta"), a.to("meta")
+        assert there.batch_shape == law.batch_shape
+        assert there.log_mgf(far).is_meta
+        assert there.log_mgf(far).shape == law.log_mgf(a).shape
+        assert there.tilted_mean(far).shape == law.tilted_mean(a).shape
+        assert there.tilted_cov(far).shape == law.tilted_cov(a).shape
+
+    def test_expand_repeats_the_law(self, dtype, device, batched):
+        law = self.make(dtype, device, batched)
+        shape = (2, *law.batch_shape)
+        wide = law.expand(shape)
+        assert wide.batch_shape == shape
+        a = self.queries(dtype, device, batched)
+        a = torch.stack([a, -a], 1)  # another tilt for each of the two
+        for i in range(2):
+            tilts = self.spread(a[:, i], law)
+            log_mgf, mean, cov = (
+                getattr(wide, name)(a)[:, i] for name in ("log_mgf", "tilted_mean", "tilted_cov")
+            )
+            assert_close_log_mgf(log_mgf, law.log_mgf(a[:, i]), tilts, self.scale)
+            assert_close(mean, law.tilted_mean(a[:, i]), tilts, self.scale, 1)
+            assert_close(cov, law.tilted_cov(a[:, i]), tilts, self.scale, 2)
+        tokens = self.draw(wide, 5, generator(), dtype, device)
+        assert tokens.shape == (*shape, 5, self.dim)
+        assert law.batch_shape == shape[1:]
+
+    def test_expand_refuses_what_does_not_fit(self, device):
+        wide = self.make(F64, device).expand((2, 3))
+        for shape, words in (((2, 4), "must broadcast"), ((3,), "is smaller than the measure's")):
+            with pytest.raises(ValueError, match=words):
+                wide.expand(shape)
+
+    def test_a_sample_is_a_prompt(self, dtype, device, batched):
+        law = self.make(dtype, device, batched)
+        prompt = Empirical(self.draw(law, 6, generator(), dtype, device))
+        assert prompt.batch_shape == law.batch_shape
+        assert prompt.tokens.shape == (*law.batch_shape, 6, self.dim)
+        assert (prompt.tokens.dtype, prompt.tokens.device.type) == (dtype, device.type)
+        a = self.queries(dtype, device, batched)
+        assert prompt.tilted_mean(a).shape == law.tilted_mean(a).shape
+
     def test_repr_names_the_law(self, device, batched):
         law = self.make(F64, device, batched)
         assert type(law).__name__ in repr(law)
@@ -352,7 +436,8 @@ class BatchedCase(MeasureCase):
             assert (error <= (self.dim * bound(a, self.scale, 2) * size)[:, None]).all()
 
     def test_members_differ(self, device):
-        means = self.make(F64, device, batched=True).mean
+        a = self.queries(F64, device, batched=True)[-1]
+        means = self.make(F64, device, batched=True).tilted_mean(a)  # at 0 all of them may be 0
         assert not torch.equal(means[0], means[1])
 
     def test_equal_sizes_pair_up(self, dtype, device):
@@ -366,9 +451,36 @@ class BatchedCase(MeasureCase):
 
     def test_members_are_sampled_independently(self, device):
         tokens = self.make(F64, device, batched=True).sample(2_000, generator=generator())
-        first, second = ((x - x.mean(0)) / x.std(0) for x in tokens[:2])
+        tiny = torch.finfo(F64).tiny  # a coordinate may be constant
+        first, second = ((x - x.mean(0)) / x.std(0).clamp(min=tiny) for x in tokens[:2])
         # correlations of independent samples have standard error 1 / sqrt(n)
         assert (first.mT @ second / 2_000).abs().max() <= STANDARD_ERRORS / math.sqrt(2_000)
+
+
+class FromNumbers(BatchedCase):
+    """A law made of tensors: `numbers(i)` of member i, stacked for the batch, `law` of them."""
+
+    shared = ()  # names of tensors that all members have in common: these are not stacked
+
+    def numbers(self, i) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def law(self, options, **numbers) -> Measure:
+        raise NotImplementedError
+
+    def member(self, i, dtype, device, **options):
+        numbers = self.numbers(i)
+        return self.law(options, **{k: v.to(device, dtype) for k, v in numbers.items()})
+
+    def make(self, dtype, device, batched=False, **options):
+        if not batched:
+            return self.member(0, dtype, device, **options)
+        members = [self.numbers(i) for i in range(self.batch)]
+        stacked = {
+            k: v if k in self.shared else torch.stack([m[k] for m in members])
+            for k, v in members[0].items()
+        }
+        return self.law(options, **{k: v.to(device, dtype) for k, v in stacked.items()})
 
 
 class OracleCase:
@@ -397,6 +509,15 @@ class OracleCase:
         w = torch.ones_like(a)
         error = (law.tilted_cov_product(a, w) - cov @ w).abs()
         assert (error <= self.dim * bound(a, self.scale, 2)).all()
+
+
+def assert_refused(call, kind, *words):
+    """The call raises exactly `kind`, in words that say what was wrong and how to repair it."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind  # not a subclass that some library raised
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def atoms_oracle(points, weights, a):

@@ -12,6 +12,8 @@ from measureattn import (
     Discrete,
     Empirical,
     Gaussian,
+    Mixture,
+    Product,
     Rademacher,
     attend,
     attend_jvp,
@@ -111,6 +113,36 @@ def test_self_attention_of_gaussian_tokens_is_gaussian_again(device):
     ):
         std_error = power.std(0) / math.sqrt(n)
         assert_within_standard_errors(power.mean(0) - expected, std_error, detectable, 1e-12)
+
+
+def second_differences(law, V):
+    """T(z + h) - 2 T(z) + T(z - h) in both directions h: 0 for all z iff T is affine."""
+    z, eye = randn(5, 2, seed=1, device=V.device), torch.eye(2, dtype=F64, device=V.device)
+    values = [attend(law, z + s * h, U=eye, V=V) for h in eye for s in (1, 0, -1)]
+    return torch.stack([values[i] - 2 * values[i + 1] + values[i + 2] for i in (0, 3)])
+
+
+def test_the_converse_needs_an_injective_V(device):
+    """Attention can be linear on a law that is not Gaussian, as long as V does not see why.
+
+    T is affine iff VX is Gaussian and X minus its regression on VX is independent of VX.
+    """
+    eye = torch.eye(2, dtype=F64, device=device)
+    first, second = eye[:1], eye[1:]
+    normal = Gaussian(torch.zeros(1, dtype=F64, device=device), eye[:1, :1])
+    law, z = Product([normal, Rademacher(1)]), randn(5, 2, seed=1, device=device)
+    projection = first.mT @ first
+    assert torch.equal(attend(law, z, U=eye, V=projection), z @ projection)  # T(z) = z_1 e_1
+    assert second_differences(law, eye).abs().max() > 0.1
+    # X = (g, g + coin): VX = g passes both halves, VX = g + coin is not Gaussian
+    law = law.pushforward(first.mT @ first + second.mT @ (first + second))
+    assert second_differences(law, first).abs().max() <= 1e-14
+    assert second_differences(law, second).abs().max() > 0.1
+    # X = (g, coin g): VX = g is Gaussian, and coin g is not correlated with it, but depends on it
+    signs = [torch.outer(v, v) for v in (eye.sum(0), eye[0] - eye[1])]
+    law = Mixture([Gaussian(torch.zeros(2, dtype=F64, device=device), cov) for cov in signs])
+    assert torch.equal(law.cov, eye)
+    assert second_differences(law, first).abs().max() > 0.1
 
 
 # -- derivatives in the parameters ----------------------------------------------------------------

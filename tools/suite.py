@@ -11,7 +11,8 @@ import sys
 from twins import fixed_environment
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PYTEST = ["-m", "pytest", "tests", "book", "--nbval", "-n", "2", "--dist", "loadfile", "-q", "-rs"]
+PYTEST = ["-m", "pytest", "tests", "book", "--nbval", "-q", "-rs"]
+PYTEST += ["-n", "2", "--dist", "loadfile", "-p", "no:benchmark"]
 STEPS = {
     "lint": ["tools/lint.py"],
     "build": ["tools/build.py"],

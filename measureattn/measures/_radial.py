@@ -15,10 +15,9 @@ both stable downwards and free of cancellation. The start, at an order of 30 or 
 Debye's expansion, uniform in t (DLMF 10.41). Everything is evaluated in float64.
 """
 
-import functools
 import math
+from itertools import zip_longest
 
-import numpy as np
 import torch
 from numpy.polynomial import Polynomial
 from torch import Tensor
@@ -26,6 +25,26 @@ from torch import Tensor
 TOP_ORDER = 30  # Debye's series to 10 terms is exact to rounding from here on
 DEBYE_TERMS = 10
 TAIL_TERMS = 16
+
+
+def _debye_polynomials() -> list[tuple[Polynomial, Polynomial]]:
+    """(U_k, V_k) of Debye's expansions (DLMF 10.41.9-11)."""
+    p = Polynomial([0.0, 1.0])
+    bend = p * (1 - p**2)
+    u, found = Polynomial([1.0]), [(Polynomial([1.0]), Polynomial([1.0]))]
+    for _ in range(DEBYE_TERMS):
+        v = -0.5 * bend * u - p * bend * u.deriv()
+        u = 0.5 * p * bend * u.deriv() + (0.125 * (1 - 5 * p**2) * u).integ()
+        found.append((u, u + v))
+    return found
+
+
+# of U and of V: [j][k] is the coefficient of p^j in the k-th polynomial
+_DEBYE = [
+    list(zip_longest(*(term.coef.tolist() for term in series), fillvalue=0.0))
+    for series in zip(*_debye_polynomials(), strict=True)
+]
+_KNOWN: dict[float, list] = {}  # by order; torch.compile reads a dict, and warns of functools.cache
 
 
 def log_mgf(q: Tensor, dim: int) -> Tensor:
@@ -98,28 +117,23 @@ def _top_log_mgf(q: Tensor, dim: int) -> Tensor:
     return torch.where(q < order, series.log1p(), debye)
 
 
-@functools.cache
-def _debye(order: float) -> tuple[list[float], list[float]]:
-    """Coefficients in p of sum_k U_k(p)/order^k and sum_k V_k(p)/order^k (DLMF 10.41.9-11)."""
-    p = Polynomial([0.0, 1.0])
-    u = Polynomial([1.0])
-    u_sum, v_sum = u, u
-    for k in range(1, DEBYE_TERMS + 1):
-        slope_, bend = u.deriv(), p * (1 - p**2)
-        v = -0.5 * bend * u - p * bend * slope_
-        u = 0.5 * p * bend * slope_ + (0.125 * (1 - 5 * p**2) * u).integ()
-        u_sum, v_sum = u_sum + u / order**k, v_sum + (u + v) / order**k
-    return tuple([float(c) for c in series.coef] for series in (u_sum, v_sum))
+def _debye(order: float) -> list[list[float]]:
+    """Coefficients in p of sum_k U_k(p)/order^k and sum_k V_k(p)/order^k."""
+    if order not in _KNOWN:
+        powers = [order**-k for k in range(DEBYE_TERMS + 1)]
+        _KNOWN[order] = [
+            [sum(c * x for c, x in zip(row, powers, strict=True)) for row in table]
+            for table in _DEBYE
+        ]
+    return _KNOWN[order]
 
 
-@functools.cache
 def _tail_coefficients(dim: int) -> list[float]:
     """A_d(t) = sum_k c_k t^-k for large t, from the Riccati equation A' = 1 - A^2 - (d-1) A/t."""
-    c = np.zeros(TAIL_TERMS)
-    c[0] = 1.0
+    c = [1.0]
     for k in range(1, TAIL_TERMS):
-        c[k] = -(c[1:k] @ c[1:k][::-1] + (dim - k) * c[k - 1]) / 2
-    return c.tolist()
+        c.append(-(sum(c[i] * c[k - i] for i in range(1, k)) + (dim - k) * c[k - 1]) / 2)
+    return c
 
 
 def _horner(coefficients: list[float], x: Tensor) -> Tensor:

@@ -14,7 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from measureattn._checks import require_broadcast, require_finite, require_tensor, values_visible
+from measureattn._checks import (
+    as_numbers,
+    require_broadcast,
+    require_finite,
+    require_same,
+    require_tensor,
+    values_visible,
+)
 from measureattn._typing import Float
 from measureattn.measures.base import Measure, draw, require_affine, require_same_space
 from measureattn.streaming import log_mean_exp
@@ -27,11 +34,9 @@ class Combination(Measure):
 
     def _reference(self) -> Tensor | None:
         own = super()._reference()
-        if own is not None:
-            return own
-        return next((r for r in (part._reference() for part in self.parts) if r is not None), None)
+        return _first_reference(self.parts) if own is None else own
 
-    def _rebuild(self, change, batch_shape: torch.Size) -> Measure:
+    def _rebuild(self, change, batch_shape: torch.Size | None = None) -> Measure:
         new = super()._rebuild(change, batch_shape)
         new.parts = [part._rebuild(change, batch_shape) for part in self.parts]
         return new
@@ -213,6 +218,9 @@ class Mixture(Combination):
         log_weights, self._follows = self._checked(weights, validate_args)
         batch = require_broadcast("weights", log_weights.shape[:-1], "the measures", batch)
         super().__init__(measures[0].dim, batch, validate_args=validate_args)
+        like = _first_reference(measures)
+        if like is not None and not self._follows:
+            require_same("weights", log_weights, "the measures", like)
         self.log_weights = log_weights.expand(*batch, len(measures))
 
     _tensors: ClassVar = {"log_weights": 1}
@@ -269,7 +277,7 @@ class Mixture(Combination):
         if weights is None:
             weights = [1.0] * len(self.parts)
         if follows:
-            weights = torch.tensor(weights, dtype=torch.float64)
+            weights = as_numbers("weights", weights)
         require_tensor("weights", weights)
         if weights.ndim == 0 or weights.shape[-1] != len(self.parts):
             raise ValueError(
@@ -286,14 +294,13 @@ class Mixture(Combination):
         log_weights = weights.log()
         return log_weights - log_weights.logsumexp(-1, keepdim=True), follows
 
-    def _reference(self) -> Tensor | None:
-        if not self._follows:
-            return self.log_weights
-        return next((r for r in (part._reference() for part in self.parts) if r is not None), None)
-
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector[..., None])[..., 0]
+
+
+def _first_reference(measures: Sequence[Measure]) -> Tensor | None:
+    return next((r for r in (m._reference() for m in measures) if r is not None), None)
 
 
 def _validates(measures: Sequence[Measure]) -> bool:

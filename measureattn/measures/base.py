@@ -23,6 +23,7 @@ class Measure(ABC):
 
     A law of your own needs `log_mgf` alone: call `a = self._query(a)` first and return one number
     a tilt. The tilted moments then come from torch.func; every law shipped here has closed forms.
+    If kappa is infinite somewhere, say so in `_require_domain`.
 
     dim            D, the dimension of a token
     batch_shape    independent laws side by side, as in torch.distributions
@@ -43,8 +44,8 @@ class Measure(ABC):
     def __init__(
         self, dim: int, batch_shape: torch.Size = torch.Size(), *, validate_args: bool = True
     ):
-        if dim < 1:
-            raise ValueError(f"tokens must have dimension 1 or more, got {dim}. Check axis -1.")
+        if not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"tokens must have dimension 1 or more, got {dim!r}. Check axis -1.")
         self.dim = dim
         self.batch_shape = torch.Size(batch_shape)
         self.validate_args = validate_args
@@ -120,8 +121,16 @@ class Measure(ABC):
         return Convolution([self, other])
 
     def to(self, *args, **kwargs) -> "Measure":
-        """The same law with its tensors moved and converted as torch.Tensor.to does."""
-        return self._rebuild(lambda tensor, _: tensor.to(*args, **kwargs), self.batch_shape)
+        """The same law with its tensors moved and converted as torch.Tensor.to does.
+
+        A law that follows the query's dtype keeps its numbers in float64; they only move.
+        """
+
+        def converted(tensor, event, follows):
+            new = tensor.to(*args, **kwargs)
+            return tensor.to(new.device) if follows else new
+
+        return self._rebuild(converted)
 
     def expand(self, batch_shape) -> "Measure":
         """The same law broadcast to `batch_shape`: more members side by side, no memory copied.
@@ -135,7 +144,11 @@ class Measure(ABC):
                 f"batch_shape {tuple(shape)} is smaller than the measure's own, "
                 f"{tuple(self.batch_shape)}. Expand to a shape that contains it."
             )
-        return self._rebuild(lambda t, event: t.expand(shape + t.shape[t.ndim - event :]), shape)
+
+        def expanded(tensor, event, follows):
+            return tensor.expand(shape + tensor.shape[tensor.ndim - event :])
+
+        return self._rebuild(expanded, shape)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(dim={self.dim}, batch_shape={tuple(self.batch_shape)})"
@@ -144,19 +157,25 @@ class Measure(ABC):
 
     #: Names of the tensors that make the law, with the number of their axes after the batch.
     _tensors: ClassVar[dict[str, int]] = {}
+    #: Whether these were given as plain numbers, and follow the query's dtype and device.
+    _follows = False
 
-    def _rebuild(self, change, batch_shape: torch.Size) -> "Measure":
-        """A copy with every tensor changed: change(tensor, number of event axes)."""
+    def _rebuild(self, change, batch_shape: torch.Size | None = None) -> "Measure":
+        """A copy with every tensor changed: change(tensor, number of event axes, follows).
+
+        Without batch_shape the law, and each part of a combination, keeps its own.
+        """
         new = copy.copy(self)
-        new.batch_shape = batch_shape
+        new.batch_shape = self.batch_shape if batch_shape is None else batch_shape
         for name, event in self._tensors.items():
             tensor = getattr(self, name)
-            setattr(new, name, None if tensor is None else change(tensor, event))
+            setattr(new, name, None if tensor is None else change(tensor, event, self._follows))
         return new
 
     def _reference(self) -> Tensor | None:
         """A tensor whose dtype and device queries must share; None if the law follows the query."""
-        return getattr(self, next(iter(self._tensors))) if self._tensors else None
+        own = None if self._follows else next(iter(self._tensors), None)
+        return None if own is None else getattr(self, own)
 
     def _sampling(self, n: int, generator, dtype, device) -> dict:
         """Keyword arguments for `draw`, after the caller's have been checked."""
@@ -170,7 +189,7 @@ class Measure(ABC):
         like = self._reference()
         if like is None:
             like = torch.empty(0, dtype=dtype or torch.float64, device=device or "cpu")
-        elif dtype not in (None, like.dtype) or device not in (None, like.device):
+        elif dtype not in (None, like.dtype) or not _names(device, like.device):
             raise TypeError(
                 f"{type(self).__name__} samples in the dtype and on the device of its tensors, "
                 f"{like.dtype} on {like.device}; got {dtype} on {device}. Convert the law: .to()."
@@ -183,6 +202,12 @@ class Measure(ABC):
         if like is None:
             return torch.zeros(*self.batch_shape, self.dim)
         return like.new_zeros(*self.batch_shape, self.dim)
+
+    def _require_domain(self, a: Tensor) -> None:  # noqa: B027 - most laws have nothing to ask
+        """Raises ValueError at tilts of infinite kappa, if there are any: see `require_domain`.
+
+        Every method asks here, also those that torch.func derives, in which values are hidden.
+        """
 
     def _query(self, a: Tensor, name: str = "a") -> Tensor:
         """The query, checked and broadcast to (*query, *batch, D)."""
@@ -198,6 +223,8 @@ class Measure(ABC):
             require_same(name, a, f"the {type(self).__name__} measure", like)
         if self.validate_args:
             require_finite(name, a, "Look for the query or parameter that produced it.")
+            if name == "a":  # a direction w may point anywhere
+                self._require_domain(a)
         shape = require_broadcast(name, a.shape[:-1], "the measure's batch", self.batch_shape)
         return a.expand(*shape, self.dim)
 
@@ -211,6 +238,14 @@ class Measure(ABC):
     def _total(self, a: Tensor) -> Tensor:
         """Sum of all log-MGFs: each depends on its own tilt, so its gradient is all of theirs."""
         return self.log_mgf(a).sum()
+
+
+def _names(device: torch.device | str | None, own: torch.device) -> bool:
+    """Whether `device` means `own`: None and a type without index ("cuda") mean any such."""
+    if device is None:
+        return True
+    device = torch.device(device)
+    return device.type == own.type and device.index in (None, own.index)
 
 
 def draw(kind, shape, *, generator: torch.Generator, dtype: torch.dtype, device) -> Tensor:
@@ -252,6 +287,10 @@ def require_affine(measure: Measure, A: Tensor, b: Tensor | None) -> tuple[Tenso
 
 def require_same_space(measures: Sequence[Measure], same_dim: bool = True) -> torch.Size:
     """Measures that can be combined (one dtype, device, dimension); returns their common batch."""
+    if isinstance(measures, Measure):
+        raise TypeError(
+            f"expected a list of measures, got one {type(measures).__name__}. Put it in a list."
+        )
     for measure in measures:
         if not isinstance(measure, Measure):
             raise TypeError(
@@ -259,7 +298,7 @@ def require_same_space(measures: Sequence[Measure], same_dim: bool = True) -> to
                 f"Tokens become one by Empirical(tokens)."
             )
     if not measures:
-        raise ValueError("expected one measure or more, got none.")
+        raise ValueError("expected one measure or more, got none. Put at least one in the list.")
     first, shape = measures[0], measures[0].batch_shape
     references = [m for m in measures if m._reference() is not None]
     for measure in measures[1:]:

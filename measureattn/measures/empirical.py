@@ -15,7 +15,13 @@ from measureattn._checks import (
 )
 from measureattn._typing import Float
 from measureattn.measures.base import Measure, draw, require_affine
-from measureattn.streaming import CHUNK, TiltedSums, fold_queries, unfold_queries
+from measureattn.streaming import (
+    CHUNK,
+    TiltedSums,
+    can_fuse,
+    fold_queries,
+    unfold_queries,
+)
 
 
 class Empirical(Measure):
@@ -58,7 +64,11 @@ class Empirical(Measure):
     _tensors: ClassVar = {"tokens": 2, "log_weights": 1}
 
     def log_mgf(self, a: Float[Tensor, "*tilt D"]) -> Float[Tensor, "*shape"]:
-        return self._sums(a).log_mgf.to(self.tokens.dtype)
+        state = self._sums(a)
+        # near zero the fused kernel's log-sum-exp, less log L, keeps no relative accuracy
+        if can_fuse(state.a, self.tokens) and (state.log_mgf.abs() < 0.01).any():
+            state = TiltedSums.empty(state.a).update_plainly(self.tokens, self.log_weights)
+        return state.log_mgf.to(self.tokens.dtype)
 
     def tilted_mean(self, a: Float[Tensor, "*tilt D"]) -> Float[Tensor, "*shape D"]:
         return self._sums(a).mean.to(self.tokens.dtype)

@@ -6,7 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from measureattn._checks import require_finite, require_ndim, require_tensor, values_visible
+from measureattn._checks import (
+    as_numbers,
+    require_finite,
+    require_ndim,
+    require_tensor,
+    values_visible,
+)
 from measureattn._typing import Float
 from measureattn.measures import _radial
 from measureattn.measures.base import Measure, draw
@@ -32,8 +38,8 @@ class UniformBox(Measure):
         self, half_width: Tensor | float | Sequence[float], *, validate_args: bool = True
     ):
         width, self._follows = _parameter("half_width", half_width, validate_args)
-        if not isinstance(half_width, Tensor):
-            width = width.reshape(-1)
+        if self._follows:
+            width = _one_axis(width)
         require_ndim("half_width", width, 1, "(*batch, D)")
         super().__init__(width.shape[-1], width.shape[:-1], validate_args=validate_args)
         self.half_width = width
@@ -72,9 +78,6 @@ class UniformBox(Measure):
     def _query_and_width(self, a: Tensor) -> tuple[Tensor, Tensor]:
         a = self._query(a)
         return a, self.half_width.to(a)
-
-    def _reference(self) -> Tensor | None:
-        return None if self._follows else self.half_width
 
 
 class UniformSphere(Measure):
@@ -146,15 +149,12 @@ class UniformSphere(Measure):
         radius = self.radius.to(a)
         return a, radius, _square(radius[..., None] * a).sum(-1)
 
-    def _reference(self) -> Tensor | None:
-        return None if self._follows else self.radius
-
 
 def _parameter(name: str, value, validate_args: bool) -> tuple[Tensor, bool]:
     """(the parameter as a tensor, whether the law follows the query's dtype and device)."""
     follows = not isinstance(value, Tensor)
     if follows:
-        value = torch.tensor(value, dtype=torch.float64)
+        value = as_numbers(name, value)
     require_tensor(name, value)
     if validate_args:
         require_finite(name, value, "Remove it first.")
@@ -164,6 +164,16 @@ def _parameter(name: str, value, validate_args: bool) -> tuple[Tensor, bool]:
                 f"{tuple(value.shape)}). Take its absolute value."
             )
     return value, follows
+
+
+def _one_axis(width: Tensor) -> Tensor:
+    """A number as a vector of one; a table of plain numbers could mean a batch or a mistake."""
+    if width.ndim > 1:
+        raise ValueError(
+            f"half_width must be a number, a list of D numbers or a tensor (*batch, D), got a list "
+            f"of shape {tuple(width.shape)}. Pass a batch as a tensor: torch.tensor(half_width)."
+        )
+    return width.reshape(-1)
 
 
 def _square(x: Tensor) -> Tensor:
