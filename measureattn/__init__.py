@@ -27,7 +27,7 @@ from measureattn.measures import (
 
 __version__ = "0.1.0"
 
-_MODULES = ("concentration", "extremes")
+_MODULES = ("concentration", "extremes", "regression", "tasks")
 
 
 def __getattr__(name: str):
@@ -54,4 +54,6 @@ __all__ = [
     "extremes",
     "first_order_attend",
     "linear_attend",
+    "regression",
+    "tasks",
 ]

@@ -31,6 +31,7 @@ BLOCK = 30.0  # tables serve all lengths from e^30k to e^30(k+1) and are kept fo
 NODES = 64  # of the interpolation in r: 1e-8 up to L = 1e60
 FAR = 25.0  # queries of weight exp(-FAR) relative to the error no longer matter
 REPLICATES, FRAMES = 8, 32  # independent sets of orthonormal frames, frames a set
+ROOM = 2**22  # numbers held at once while a table is made
 TINY = 1e-16  # at smaller s nothing differs from s = 0 by more than rounding
 
 
@@ -75,9 +76,18 @@ def _table(s: float, block: int, step: float) -> tuple[np.ndarray, np.ndarray, n
 def _log_means(log_f, peak, *, v, r, spacing):
     """log E f(v + r xi - s/2) and log E (xi - r)^2 f(...), by the trapezoid rule around `peak`."""
     count = math.ceil(REACH / spacing)
-    xi = peak[:, None] + spacing * np.arange(-count, count + 1)
+    offsets = spacing * np.arange(-count, count + 1)
+    rows = max(1, ROOM // len(offsets))
+    parts = [
+        _log_means_of_rows(log_f, peak[i : i + rows, None] + offsets, v[i : i + rows], r, spacing)
+        for i in range(0, len(v), rows)
+    ]
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+
+
+def _log_means_of_rows(log_f, xi, v, r, spacing):
     terms = log_f((v - r * r / 2)[:, None] + r * xi) - xi**2 / 2
-    top = terms[:, count]
+    top = terms[:, terms.shape[1] // 2]
     weights = np.exp(terms - top[:, None])
     scale = top + math.log(spacing / math.sqrt(2 * math.pi))
     second = np.einsum("vx,vx,vx->v", weights, xi - r, xi - r)

@@ -51,6 +51,7 @@ __all__ = [
 
 REACH = 2**13  # tokens of the longest prompt that required_length samples
 PROMPTS, QUERIES, DRAWS = 200, 32, 4096
+WIDEST = 10_000  # score variance up to which the exact law is tabulated
 ASTRONOMICAL = 10**9  # tokens, beyond which the answer is also said in words
 
 
@@ -90,7 +91,7 @@ def gaussian_error(
     F = E (T - sqrt s)^2, F2 = E sum p_i^2, bias = E (T - sqrt s) = -sqrt(s) F2, for standard scores
     xi_i, p = softmax(sqrt(s) xi), T = sum p_i xi_i; dimensionless, float64, right to 1e-12. In any
     dimension E |m_a(prompt) - m_a|^2 = |Ga|^2/s F + (tr G - |Ga|^2/s) F2.
-    Raises ValueError if s is negative or a length is below 1.
+    Raises ValueError if s is negative or above 10,000, or a length below 1.
     Source: ours, by Stein's lemma and a one-dimensional integral. See: chapter 4.
 
     >>> gaussian_error(1.0, 64)[0]
@@ -99,6 +100,11 @@ def gaussian_error(
     scores = np.asarray(s, dtype=np.float64)
     if not (scores >= 0).all():
         raise ValueError(f"s must be score variances, 0 or more, got {scores.min()}. Square it?")
+    if not (scores <= WIDEST).all():
+        raise ValueError(
+            f"s must be at most {WIDEST:,}, got {scores.max():.4g}: beyond, a prompt answers with "
+            f"its largest token and the tables outgrow any use. Is a temperature missing?"
+        )
     scores, logs = np.broadcast_arrays(scores, log_lengths(length))
     pairs = [
         _gaussian_law.log_errors(float(x), float(y))
@@ -211,7 +217,7 @@ def required_length(
     the sampling error of its start is in the interval then.
 
     Raises ValueError if the arguments do not fit, if there is no signal, or if a generator is
-    needed and missing. Source: ours. See: chapter 6.
+    needed and missing. Source: ours. See: How long must my prompt be?
 
     >>> law, one = Gaussian(torch.zeros(1), torch.eye(1)), torch.eye(1)
     >>> print(required_length(law, law, one, one, 0.1))

@@ -584,3 +584,18 @@ def test_first_order_law_of_the_score_derivative(s):
     constant = math.exp(s) * (2 + 4 * s + s**2) / length
     assert 5 * found.std_error <= 0.25 * constant  # a wrong term (1 of 2 + 4 s + s^2) is more
     assert (found.value - constant).abs() <= 4.5 * found.std_error
+
+
+def test_score_variances_beyond_the_tables_are_refused():
+    with pytest.raises(ValueError, match="temperature"):
+        gaussian_error(2e4, 10)
+
+
+def test_tables_made_in_parts_are_the_tables(monkeypatch):
+    """Rows are grouped to bound memory; the grouping must not show."""
+    whole = gaussian_error(30.0, 1_000)
+    monkeypatch.setattr(_gaussian_law, "ROOM", 10_000)
+    _gaussian_law._table.cache_clear()
+    for one, other in zip(whole, gaussian_error(30.0, 1_000), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-15, atol=0)
+    _gaussian_law._table.cache_clear()

@@ -143,3 +143,15 @@ def test_a_draw_on_the_cpu_is_the_same_everywhere(device):
     here, there = (TestGaussian().make(F64, where) for where in (device, "cpu"))
     one, other = (law.sample(8, generator=generator()) for law in (here, there))
     torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_map_orthogonal_to_the_support_gives_a_point_mass(device):
+    """What is left of the covariance is rounding; it must not be taken for a faulty covariance."""
+    v = torch.tensor([0.3, -0.7, 0.2], dtype=F64, device=device)
+    law = Gaussian(v, torch.outer(v, v))
+    basis = torch.linalg.qr(torch.cat([v[:, None], torch.eye(3).to(v)[:, :2]], 1)).Q
+    image = law.pushforward(basis[:, 1:].mT)
+    assert image.cov.abs().max() <= 1e-15
+    assert image.validate_args
+    samples = image.sample(5, generator=torch.Generator().manual_seed(0))
+    assert torch.isfinite(samples).all()

@@ -161,7 +161,7 @@ def repeated_functions(book: Path) -> list[str]:
     homes = defaultdict(list)
     for source in chapters(book):
         for where, cell in named_cells(read_chapter(source)):
-            for node in ast.walk(ast.parse(cell.source)):
+            for node in ast.parse(cell.source).body:  # a class's own methods may repeat
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     homes[node.name].append(f"{source.name}, {where}")
     return [

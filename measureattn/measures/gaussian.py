@@ -78,17 +78,13 @@ class Gaussian(Measure):
         self, A: Float[Tensor, "*matrix M D"], b: Float[Tensor, "*offset M"] | None = None
     ) -> "Gaussian":
         A, b = require_affine(self, A, b)
-        return Gaussian(
-            _apply(A, self._mean) + b, A @ self._cov @ A.mT, validate_args=self.validate_args
-        )
+        return self._made(_apply(A, self._mean) + b, A @ self._cov @ A.mT)
 
     def convolve(self, other: Measure) -> Measure:
         if not isinstance(other, Gaussian):
             return super().convolve(other)
         require_same_space([self, other])
-        return Gaussian(
-            self._mean + other._mean, self._cov + other._cov, validate_args=self.validate_args
-        )
+        return self._made(self._mean + other._mean, self._cov + other._cov)
 
     def sample(
         self, n: int, *, generator: torch.Generator, dtype=None, device=None
@@ -96,6 +92,13 @@ class Gaussian(Measure):
         like = self._sampling(n, generator, dtype, device)
         normals = draw(torch.randn, (*self.batch_shape, n, self.dim), **like)
         return self._mean[..., None, :] + normals @ self.root
+
+    def _made(self, mean: Tensor, cov: Tensor) -> "Gaussian":
+        """A law computed from valid ones: its covariance is positive but for rounding, which next
+        to nothing (A orthogonal to the support) would look like a fault."""
+        law = Gaussian(mean, (cov + cov.mT) / 2, validate_args=False)
+        law.validate_args = self.validate_args
+        return law
 
     @property
     def root(self) -> Float[Tensor, "*batch D D"]:
