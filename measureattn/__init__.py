@@ -7,6 +7,7 @@ Start with `measureattn.measures.base.Measure`, the log-MGF and what follows fro
 import importlib
 
 from measureattn.attention import (
+    AttentionHead,
     attend,
     attend_jvp,
     attend_vjp,
@@ -38,6 +39,7 @@ def __getattr__(name: str):
 
 
 __all__ = [
+    "AttentionHead",
     "Discrete",
     "Empirical",
     "Gaussian",

@@ -138,6 +138,37 @@ def first_order_attend(
     return (measure.tilted_mean(zero) + measure.tilted_cov_product(zero, a)) @ V.mT
 
 
+class AttentionHead(torch.nn.Module):
+    """One head with the matrices of a network, K, Q, V (D, D) and O (M, D), on any law.
+
+    It acts through U = K'Q / sqrt(D) and O V alone. `linear` takes `linear_attend` for `attend`.
+    Weights start as those of `torch.nn.Linear` without bias; autograd trains them on finite and
+    infinite prompts alike. Raises as `attend`.
+    Source: section 6, arXiv 2512.11784. See: chapter 10.
+
+    >>> head = AttentionHead(3)
+    >>> head(Empirical(torch.ones(5, 3)), torch.zeros(7, 3)).shape
+    torch.Size([7, 1])
+    """
+
+    def __init__(self, dim: int, outputs: int = 1, *, linear: bool = False, dtype=None):
+        super().__init__()
+        self.key, self.query, self.value = (
+            torch.nn.Linear(dim, dim, bias=False, dtype=dtype) for _ in range(3)
+        )
+        self.output = torch.nn.Linear(dim, outputs, bias=False, dtype=dtype)
+        self.linear = linear
+
+    def effective(self) -> tuple[Float[Tensor, "D D"], Float[Tensor, "M D"]]:
+        """(U, O V)."""
+        U = self.key.weight.mT @ self.query.weight / self.key.in_features**0.5
+        return U, self.output.weight @ self.value.weight
+
+    def forward(self, measure: Measure, z: Float[Tensor, "*query D"]) -> Float[Tensor, "*shape M"]:
+        U, V = self.effective()
+        return (linear_attend if self.linear else attend)(measure, z, U=U, V=V)
+
+
 def _tilt(measure: Measure, z: Tensor, U: Tensor, V: Tensor) -> Tensor:
     """a = U z, after everything that goes into it has been checked."""
     for name, tensor in (("z", z), ("U", U), ("V", V)):

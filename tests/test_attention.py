@@ -9,6 +9,7 @@ from test_gaussian import hermite
 from torch.func import jacrev, jvp, vjp
 
 from measureattn import (
+    AttentionHead,
     Discrete,
     Empirical,
     Gaussian,
@@ -303,3 +304,34 @@ def test_no_hidden_temperature(device):
     law, z = laws(device)["empirical"], randn(E, seed=2, device=device)
     U, V = head(device)
     assert_relative(attend(law, z, U=U, V=V), V @ law.tilted_mean(U @ z), 1e-14)
+
+
+# -- a head of a network -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_head_is_four_linear_layers(linear):
+    head = AttentionHead(4, 2, linear=linear, dtype=torch.float64)
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randn(9, 4, generator=g, dtype=torch.float64)
+    z = torch.randn(5, 4, generator=g, dtype=torch.float64)
+    scores = head.query(z) @ head.key(tokens).mT / 2.0
+    weights = scores / 9 if linear else torch.softmax(scores, -1)
+    expected = head.output(weights @ head.value(tokens))
+    found = head(Empirical(tokens), z)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    wanted = torch.autograd.grad(expected.square().sum(), list(head.parameters()))
+    got = torch.autograd.grad(found.square().sum(), list(head.parameters()))
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_head_on_an_infinite_prompt_is_linear_and_trains():
+    head = AttentionHead(3, dtype=torch.float64)
+    cov = torch.diag(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+    law = Gaussian(torch.zeros(3, dtype=torch.float64), cov)
+    z = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    U, V = head.effective()
+    torch.testing.assert_close(head(law, z), z @ U.mT @ cov @ V.mT, rtol=1e-12, atol=1e-14)
+    head(law, z).sum().backward()
+    assert all(x.grad.abs().max() > 0 for x in head.parameters())
