@@ -47,7 +47,7 @@ bench: environment
 	@cd benchmarks && ../$(VENV) -m pytest -q --benchmark-json=../_bench.json
 
 audit: environment
-	@echo "make audit: no long checks yet"
+	@MEASUREATTN_KILLS=10 $(VENV) -m pytest -q tests -k kill -p no:benchmark
 
 clean:
 	rm -rf _build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,7 +28,7 @@ from measureattn.measures import (
 
 __version__ = "0.1.0"
 
-_MODULES = ("concentration", "extremes", "regression", "tasks")
+_MODULES = ("concentration", "extremes", "regression", "sweeps", "tasks")
 
 
 def __getattr__(name: str):
@@ -57,5 +57,6 @@ __all__ = [
     "first_order_attend",
     "linear_attend",
     "regression",
+    "sweeps",
     "tasks",
 ]

@@ -19,7 +19,7 @@ import torch
 from measure_case import assert_refused
 from numpy.polynomial.hermite_e import hermegauss
 
-from measureattn.regression import LinearRisk, QueryRisk, Task, checkpoint
+from measureattn.regression import LinearRisk, QueryRisk, Task, checkpoint, gradient_flow
 from measureattn.regression.evaluation import mse_linear, mse_softmax, product
 from measureattn.regression.experiment import TOGETHER, cells, run_cell, setting
 from measureattn.regression.samplers import push
@@ -322,7 +322,7 @@ def test_a_full_disk_or_a_read_only_folder_loses_nothing(tmp_path, monkeypatch, 
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", refuse)
+        patch.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="untouched") as caught:
             small().run(20, checkpoint=file)
     assert caught.value.errno == code and "\n" not in str(caught.value)
@@ -367,17 +367,21 @@ def test_a_law_that_is_unknown():
 # -- the paper's grid --------------------------------------------------------------------------
 
 
+def lengths_of(cell):
+    return [int(x) for x in cell["lengths"].split("+")]
+
+
 def test_the_grid_is_the_papers():
     grid = cells()
-    assert sorted(x for cell in grid for x in cell["lengths"]) == sorted(
+    assert sorted(x for cell in grid for x in lengths_of(cell)) == sorted(
         [*range(10, 100, 10), *range(100, 1001, 100)]
     )
     assert {cell["steps"] for cell in grid} == {300_000}
-    assert all(sum(cell["lengths"]) <= TOGETHER for cell in grid)
+    assert all(sum(lengths_of(cell)) <= TOGETHER for cell in grid)
 
 
 def test_a_cell_gives_the_same_rows_again_and_they_are_of_its_models(monkeypatch):
-    cell = {"law": "published", "seed": 1, "steps": 30, "lengths": [20, 10]}
+    cell = {"law": "published", "seed": 1, "steps": 30, "lengths": "20+10"}
     monkeypatch.setattr("measureattn.regression.experiment.TESTED", 200)
     straight = run_cell(cell)
     rows = straight["rows"]
@@ -389,3 +393,42 @@ def test_a_cell_gives_the_same_rows_again_and_they_are_of_its_models(monkeypatch
     v = torch.tensor(straight["models"][1]["v"], dtype=torch.float64)
     (last,) = [r for r in rows if (r["step"], r["length"], r["activation"]) == (30, 20, "linear")]
     assert last["mse"] == float(mse_linear(setting("published"), U, v, 20))
+
+
+# -- four matrices -----------------------------------------------------------------------------
+
+
+class FourMatrices:
+    """The infinite-prompt risk in K, Q (d, d) and the numbers nu, o; A = K'Q / sqrt(6)."""
+
+    def gradient(self, K, Q, nu, o):
+        in_A, in_b = LinearRisk(P).gradient(K.mT @ Q / math.sqrt(6), o * nu)
+        in_A = in_A / math.sqrt(6)
+        return Q @ in_A.mT, K @ in_A, in_b * o, in_b * nu
+
+
+def test_four_matrices_conserve_three_differences():
+    g = seeded(4)
+    start = tuple(torch.randn(5, 5, generator=g).double() / 4 for _ in range(2))
+    start += tuple(torch.randn((), generator=g).double() for _ in range(2))
+    flow = gradient_flow(FourMatrices(), start, time=3.0)
+
+    def differences(K, Q, nu, o):
+        return torch.cat(
+            [(K @ K.mT - Q @ Q.mT).flatten(), torch.stack([o**2 - nu**2, Q.square().sum() - o**2])]
+        )
+
+    before, after = differences(*flow(0.0)), differences(*flow.end)
+    assert (flow.end[0] - flow(0.0)[0]).norm() > 0.1
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [0.05, 0.3])
+def test_balanced_four_matrices_end_at_the_nuclear_norm(size):
+    root = size * torch.randn(5, 5, generator=seeded(6)).double()
+    norm = root.norm()
+    K, Q, nu, o = gradient_flow(FourMatrices(), (root, root, norm, norm), rest=1e-9).end
+    inverse = torch.linalg.inv(P.prompt_cov)
+    torch.testing.assert_close(o * nu * K.mT @ Q / math.sqrt(6), inverse, rtol=0, atol=1e-6)
+    expected = math.sqrt(6) * inverse.trace()
+    torch.testing.assert_close((o * nu) ** 2, expected, rtol=1e-6, atol=0)

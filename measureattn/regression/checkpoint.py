@@ -1,10 +1,7 @@
 """Checkpoints: plain arrays and one JSON text in a NumPy archive, written whole or not at all."""
 
-import contextlib
 import io
 import json
-import os
-import secrets
 import zipfile
 import zlib
 from pathlib import Path
@@ -13,43 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from measureattn._files import write_atomically
+
 TEXT = "json"  # the archive's member that holds everything but the arrays
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by a file with `content`: a reader finds the old one or the new one, whole.
-
-    Raises OSError, with one line that names the file, if the folder cannot be written or the disk
-    is full; what was there before stays. See: chapter 10.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomically(Path(folder, "x"), b"whole")
-    ...     Path(folder, "x").read_bytes()
-    b'whole'
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(fresh, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"could not write {path}: {error.strerror}. What was there before is untouched; make "
-            f"room or choose a folder you may write to, then run the same command again",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not every file system lets a folder be synchronised
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def save(path: Path, tensors: dict[str, Tensor], rest: dict) -> None:

