@@ -28,7 +28,10 @@ from measureattn.measures import (
 
 __version__ = "0.1.0"
 
-_MODULES = ("concentration", "extremes", "regression", "sweeps", "tasks")
+_MODULES = (
+    "concentration", "extremes", "heads", "meanfield", "polytopes", "readout", "regression",
+    "sweeps", "tasks",
+)  # fmt: skip
 
 
 def __getattr__(name: str):
@@ -55,7 +58,11 @@ __all__ = [
     "concentration",
     "extremes",
     "first_order_attend",
+    "heads",
     "linear_attend",
+    "meanfield",
+    "polytopes",
+    "readout",
     "regression",
     "sweeps",
     "tasks",

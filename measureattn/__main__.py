@@ -4,6 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from measureattn.heads.cli import add_heads
+from measureattn.particle_study import add_particles
+
 GRID = "10 to 90 by 10 and 100 to 1000 by 100"
 
 
@@ -19,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(prog="python -m measureattn", description="Softmax attention on measures.")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     add_experiment(subparsers)
+    add_heads(subparsers)
+    add_particles(subparsers)
     args = parser.parse_args(arguments)
     if not hasattr(args, "run"):
         parser.print_help()

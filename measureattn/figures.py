@@ -37,3 +37,29 @@ def house_style() -> None:
             "legend.frameon": False,
         }
     )
+
+
+def head_map(share, names=None):
+    """Draw the share explained, 1 - share, of each head: layers down, heads across.
+
+    share  (layers, heads), the share left unexplained, as in `HeadReport`; above 1 it is drawn as 1
+    names  the layers' numbers, 0, 1, ... unless told
+
+    Returns (figure, axes). Every cell carries its share left unexplained as a number.
+    """
+    layers, heads = share.shape
+    figure, axes = plt.subplots(figsize=(1 + 0.55 * heads, 1.2 + 0.42 * layers))
+    picture = axes.imshow(1 - share.clip(max=1), cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    for layer in range(layers):
+        for head in range(heads):
+            value = float(share[layer, head])
+            shade = "black" if value < 0.5 else "white"
+            text = f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
+            axes.text(head, layer, text, ha="center", va="center", color=shade, fontsize=8)
+    axes.set_xticks(range(heads))
+    axes.set_yticks(range(layers), names or range(layers))
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.grid(False)
+    figure.colorbar(picture, label="share explained by the linear prediction")
+    return figure, axes
