@@ -360,11 +360,17 @@ def _start_worker(parent: Connection) -> None:
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Keep Ctrl-C back: processes started meanwhile do not see it even before they are ready."""
-    if not hasattr(signal, "pthread_sigmask"):
+    here = threading.current_thread() is threading.main_thread()
+    if not (here and hasattr(signal, "pthread_sigmask")):
         yield
         return
+    came: list[int] = []  # the mask is this thread's own, and another one may take the signal
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt

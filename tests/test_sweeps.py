@@ -345,11 +345,14 @@ def test_ctrl_c_cancels_what_waits_in_any_executor(tmp_path, thread):
 
 
 def test_ctrl_c_waits_while_processes_are_started():
-    reached = False
+    """Also when a thread that does not block the signal takes it."""
+    over, reached = threading.Event(), False
+    threading.Thread(target=over.wait, daemon=True).start()
     with pytest.raises(KeyboardInterrupt), sweeps._interrupts_wait():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         reached = True
+    over.set()
     assert reached
 
 

@@ -35,9 +35,10 @@ def calls(monkeypatch):
 
 def test_first_call_installs_and_second_does_nothing(project, calls, capsys):
     assert environment.main() == 0
-    assert [call[2] for call in calls] == ["venv", "pip", "pip"]
+    assert [call[2] for call in calls] == ["venv", "pip", "pip", "pip"]
     assert "constraints.txt" in calls[1]
-    assert {"--no-deps", "--no-build-isolation", "-e"} <= set(calls[2])
+    assert {"--no-deps", environment.MODEL} <= set(calls[2])
+    assert {"--no-deps", "--no-build-isolation", "-e"} <= set(calls[3])
     assert "making .venv" in capsys.readouterr().out
     calls.clear()
     assert environment.main() == 0
@@ -51,7 +52,7 @@ def test_a_changed_list_brings_it_up_to_date(project, calls, path):
     calls.clear()
     path.write_text("two\n")
     assert environment.main() == 0
-    assert [call[2] for call in calls] == ["pip", "pip", "pip"]  # asks pip whether it is there
+    assert [call[2] for call in calls] == ["pip"] * 4  # the first asks whether pip is there
     assert len(list(environment.VENV.glob("stamp-*"))) == 1
 
 
