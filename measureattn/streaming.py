@@ -8,7 +8,7 @@ tensors and knows nothing of measures or attention.
 There is a plain way, which every derivative and every transform of torch understands, and a fast
 way: chunks of the prompt go on the heads axis of torch's fused attention kernel, whose
 log-sum-exps merge the chunks in float64. One fused call over a long prompt is slower and, in
-float32, loses the digits that concentration errors live in (chapter 6).
+float32 on some processors, loses the digits that concentration errors live in (chapter 6).
 
     tokens       (*batch, L, D)         L tokens of dimension D
     log_weights  (*batch, L)            not normalised; -inf is padding; None means equal weights
