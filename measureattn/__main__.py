@@ -6,6 +6,7 @@ from pathlib import Path
 
 from measureattn.heads.cli import add_heads
 from measureattn.particle_study import add_particles
+from measureattn.sweeps import SweepError
 
 GRID = "10 to 90 by 10 and 100 to 1000 by 100"
 
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(2, ": ".join(str(x) for x in (error.filename, error.strerror) if x))
     except ValueError as error:
         return _fail(2, error)
+    except SweepError as error:
+        return _fail(1, error)
 
 
 def add_experiment(subparsers) -> None:
@@ -81,7 +84,7 @@ def run_experiment(args: argparse.Namespace) -> int:
         sweeps.sweep(
             experiment.run_cell, cells, args.out, workers=args.workers, command=command
         )  # fmt: skip
-    except sweeps.SweepError as error:
+    except SweepError as error:  # the table holds what is finished
         code = _fail(1, error)
     rows = sweeps.rows(args.out)
     if rows:

@@ -305,10 +305,22 @@ def _first_order_length(measure, queries, U, V, target) -> RequiredLength:
     a = queries @ U.mT
     covariance, _ = delta_method(measure, a)
     constant = (V @ covariance @ V.mT).diagonal(dim1=-2, dim2=-1).sum(-1).mean()
-    length = max(1, math.ceil(float(constant) / target))
     one, two, three = (measure.log_mgf(k * a) for k in (1, 2, 3))
+    return first_order_length(float(constant) / target, float((three - two - one).exp().max()))
+
+
+def first_order_length(value: float, heaviest: float) -> RequiredLength:
+    """What the 1/L law at given queries says, with how sure it is.
+
+    value     constant / target, tokens;  heaviest  largest exp(kappa(3a) - kappa(2a) - kappa(a))
+    Source: ours. See: the page *How long must my prompt be?*.
+
+    >>> first_order_length(99.5, 1.0).interval
+    (97, 103)
+    """
+    length = max(1, math.ceil(value))
     # (1 + s) exp(2 s)/L for Gaussian tokens, whose next order is known; three for 1 + s
-    share = min(1.0, 3 * float((three - two - one).exp().max()) / length)
+    share = min(1.0, 3 * heaviest / length)
     sure = f"the next order changes it by {100 * share:.2g}% or so"
     if share > 0.2:
         sure = f"rough, {sure}: compare with mean_squared_error"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import toy_sweep
 
-from measureattn import sweeps
+from measureattn import particle_study, sweeps
 from measureattn.__main__ import main
 from measureattn.regression import experiment
 
@@ -131,3 +131,16 @@ def test_a_small_experiment_from_start_to_end(tmp_path):
     assert [line.split()[3] for line in answer.stdout.splitlines()[1:3]] == ["softmax", "linear"]
     with open(tmp_path / "out" / "table.csv", newline="") as file:
         assert {row["step"] for row in csv.DictReader(file)} == {"1", "2"}
+
+
+def test_a_failed_cell_of_the_particles_is_a_line_and_exit_code_1(
+    toy, tmp_path, monkeypatch, capsys
+):
+    def fail(cell, checkpoint):
+        raise ValueError("no flow today")
+
+    monkeypatch.setattr(particle_study, "cells", lambda: [{"study": "flow"}])
+    monkeypatch.setattr(particle_study, "run_cell", fail)
+    assert run("particles", "--out", tmp_path / "out", "--workers", "1") == 1
+    error = capsys.readouterr().err
+    assert "no flow today" in error and "Traceback" not in error

@@ -4,13 +4,12 @@ import argparse
 import csv
 import io
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from measureattn._files import write_atomically
 from measureattn.heads.collector import Windows, collect, windows
 from measureattn.heads.models import load
 from measureattn.heads.report import HeadReport, measure_heads
@@ -129,8 +128,8 @@ def _write_tables(report: HeadReport, pool: Windows, left_out, args) -> None:
     }
     rows = [{key: None if x != x else x for key, x in row.items()} for row in rows]  # JSON: no NaN
     text = json.dumps(facts | {"heads": rows}, indent=1) + "\n"
-    _replace(args.out / "heads.csv", lambda path: path.write_text(table.getvalue(), "utf-8"))
-    _replace(args.out / "heads.json", lambda path: path.write_text(text, "utf-8"))
+    write_atomically(args.out / "heads.csv", table.getvalue().encode())
+    write_atomically(args.out / "heads.json", text.encode())
 
 
 def _write_picture(report: HeadReport, folder: Path) -> None:
@@ -143,18 +142,10 @@ def _write_picture(report: HeadReport, folder: Path) -> None:
     plt.switch_backend("agg")
     house_style()
     figure, _ = head_map(report.share.value.reshape(len(layers), -1).numpy(force=True), layers)
-    _replace(folder / "heads.png", lambda path: figure.savefig(path, format="png", dpi=120))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
     plt.close(figure)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """In one step, so that whoever looks finds the old file or the new one, whole."""
-    draft = path.with_name(path.name + ".draft")
-    try:
-        write(draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(folder / "heads.png", picture.getvalue())
 
 
 def _progress(done: int, many: int) -> None:
@@ -170,8 +161,8 @@ def _say(code: int, message: str) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(x) for x in (error.filename, error.strerror) if x)
     return " ".join(str(error).split())
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from measureattn._checks import require_finite, require_ndim, require_same, require_tensor
 from measureattn._monte_carlo import seed_from
 from measureattn._typing import Float
-from measureattn.concentration import Estimate, RequiredLength
+from measureattn.concentration import Estimate, RequiredLength, first_order_length
 from measureattn.heads.decay import Decay, measure_decay
 from measureattn.heads.pool import Pool, chunks
 from measureattn.heads.sinks import Sink, find_sinks
@@ -258,20 +258,15 @@ def _share(pool: Pool, population: int) -> Estimate:
 
 def _lengths(pool: Pool, tolerance: float) -> Iterator[RequiredLength]:
     """As `required_length` at fixed queries, for all heads at once."""
-    method, kappa = "the 1/L law at the given queries", pool.kappa
-    ahead = (kappa[2] - kappa[1] - kappa[0]).exp().amax(1)
-    first = pool.constant.mean(1) / (tolerance**2 * _mean_signal(pool))
-    for value, next_order in zip(first.tolist(), ahead.tolist(), strict=True):
-        if not math.isfinite(value):
-            yield RequiredLength(1, method, "the output does not depend on the query", (1, 1))
-            continue
-        length = max(1, math.ceil(value))
-        left = min(1.0, 3 * next_order / length)
-        sure = f"the next order changes it by {100 * left:.2g}% or so"
-        if left > 0.2:
-            sure = f"rough, {sure}: compare with mean_squared_error"
-        interval = math.floor(length * (1 - left)), math.ceil(length * (1 + left))
-        yield RequiredLength(length, method, sure, interval)
+    kappa = pool.kappa
+    heaviest = (kappa[2] - kappa[1] - kappa[0]).exp().amax(1)
+    values = pool.constant.mean(1) / (tolerance**2 * _mean_signal(pool))
+    for value, one in zip(values.tolist(), heaviest.tolist(), strict=True):
+        if math.isfinite(value):
+            yield first_order_length(value, one)
+        else:
+            sure = "the output does not depend on the query"
+            yield RequiredLength(1, "the 1/L law at the given queries", sure, (1, 1))
 
 
 def _join(reports: Sequence[HeadReport]) -> HeadReport:

@@ -161,7 +161,7 @@ class ExactSampler(PlainSampler):
         tokens = root[:, 0, :, None] * e[:, None] + root[:, 1, :, None] * f[:, None]
         tokens = tokens + _off(now["fresh"], (e, f))
         if min(self.lengths) < 4:  # L < 4 tokens span L directions only
-            exists = torch.arange(4) < self._each_run(self.lengths)[:, None]
+            exists = torch.arange(4).to(self.root) < self._each_run(self.lengths)[:, None]
             tokens = tokens * exists[..., None, None]
         return tokens, root[:, 2:], (e, f)
 

@@ -1,9 +1,9 @@
 """Plain stochastic gradient descent on fresh prompts: the paper's experiment, many runs at once.
 
-A run is a prompt length, a replicate and an activation. All runs advance together, their axes
-first in every tensor: parameters (activations, lengths, replicates, ...), data (lengths,
-replicates, batch, ...), so that softmax and linear attention see the same prompts. The loss is the
-mean squared error of a query's noisy label, 2 R + tau^2 for the risk R of the rest of the package.
+A run is an activation, a prompt length and a replicate. All runs advance together, along one first
+axis of the weights; softmax and linear attention see the same prompts, so that data have lengths x
+replicates there, and their prompts last. The loss is the mean squared error of a query's noisy
+label, 2 R + tau^2 for the risk R of the rest of the package.
 """
 
 import itertools
@@ -128,7 +128,7 @@ class Training:
                   ones for each
     sampler       "exact" in law, or the "plain" tokens
 
-    Everything is float64 on the CPU's or `device`'s side of the task, token draws float32. Raises
+    Weights and sums have the task's dtype and device; normals are drawn in float32. Raises
     ValueError if an argument does not fit.
     Source: section 6, arXiv 2512.11784. See: chapter 10.
 
